@@ -1,4 +1,4 @@
-"""Census: count the nonlinear ops of a model from its graph and from shapes alone."""
+"""Census of a model: the count of its nonlinear ops, from its graph and from shapes alone."""
 
 from __future__ import annotations
 

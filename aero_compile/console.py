@@ -1,16 +1,9 @@
-"""How a command ends: one place for what is printed and returned when it could not do its work.
+"""Terminal output of commands: exit codes and errors, help, progress, sizes in bytes.
 
-Help for a terminal: what command lines print carries none of the markup of docstrings.
-
-Show what runs and for how long: one live line on a terminal, plain lines elsewhere.
-
-Keep warnings and log messages of libraries away from the user.
-
-Lines of progress with an ETA, one every few seconds.
-
-Numbers of bytes as people read them.
-
-One line on standard error that says which operator runs, how many are left, and how long it took.
+One place decides what a command prints and returns when it could not do its work. Help carries none of the markup of
+docstrings. Progress is one line that is written over on a terminal, plain lines elsewhere, or a line with the time left
+every few seconds. A private run shows one line on standard error: the operator that runs, how many are left, and how
+long it took. Warnings and log messages of libraries are kept away from the user.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Writing files whole or not at all, whoever reads or crashes meanwhile; reading regular files alone.
+"""Files written whole or not at all, reads of regular files alone, and private folders.
 
-A private folder for one run that goes away however the run ends, killed launchers included.
+A file is whole whoever reads it or crashes meanwhile. The private folder of a run goes away however the run ends, also
+if its launcher is killed.
 """
 
 from __future__ import annotations

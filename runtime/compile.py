@@ -1,4 +1,4 @@
-"""How a model becomes a program: ranges checked, lowered, compiled, and rehearsed in the clear."""
+"""Compilation of a model into a program: ranges checked, lowered, compiled, and rehearsed in the clear."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a private inference would cost, without running it: bytes, messages, round trips and seconds.
+"""Cost estimate of a private inference, without running it: bytes, messages, round trips and seconds.
 
 The model is lowered and compiled exactly as for `aero_compile.private_inference`; nothing is executed. Each
-PPHLO operation is then billed from its kind, its shapes and who knows its operands (`operations`), with
-ciphertexts counted as SPU chooses its blocks (`ciphertexts`) and with building blocks measured once per machine
-(`table`). Two parties' stores of correlated randomness are followed through the whole program.
+PPHLO operation is then billed from its kind, its shapes and who knows its operands (`costs.operations`), with
+ciphertexts counted as SPU chooses its blocks (`costs.ciphertexts`) and with building blocks measured once per machine
+(`costs.table`). Two parties' stores of correlated randomness are followed through the whole program.
 """
 
 from __future__ import annotations

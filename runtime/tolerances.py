@@ -1,4 +1,4 @@
-"""How far off the approximated functions of a private inference may be: the one place where a user says so."""
+"""Tolerances: the largest errors that the user allows the approximated functions of a private inference."""
 
 from __future__ import annotations
 

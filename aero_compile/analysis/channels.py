@@ -1,11 +1,11 @@
-"""Follow the channels of a linear layer's result: which of them every element of a later value is made of.
+"""Channels of linear layers: which later values are made of them, and which factors may move into the weights.
 
 A value that is moved, negated, multiplied by constants, or summed within itself (rotary positions, attention scores,
 averages) scales with the channels that it is made of. So a factor on such a value can be put on rows of the weight,
 if no channel in question goes anywhere else. Channels that meet in one element must have the same factor: they are
 merged into one class.
 
-The linear layers that read a value, and what may be moved into their weights.
+A gain or a shift in front of linear layers can move into their weights and biases if they alone read the value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Find feed-forward blocks: two linear layers in a row whose result is added to what the first one reads.
+"""Feed-forward blocks (FFNs) of a decoder and the activations inside them, found from data flow.
 
-Find the activations of a feed-forward block: nonlinear element-wise regions with one input and one output.
+A block is two linear layers in a row whose result is added to what the first one reads. Its activations are nonlinear
+element-wise regions with one input and one output.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which values new positions need of earlier ones, and how everything else is computed at the new positions alone.
+"""Computation of new positions alone: the values that they need of earlier positions, and how to compute the rest.
 
 Found from data flow. Going back from the logits, a value that depends on tokens is needed at the new positions, or
-whole: keys and values, which products of attention read at all positions. What is needed whole is *cached* from step to
+at all positions: keys and values, which products of attention read whole. What is needed whole is *cached* from step to
 step, and a step computes its new rows. Views between it and its product, repetitions for grouped queries and tables in
-front of it (learned prefixes) are made anew at each step, so that of several forms the smallest is cached. Of values
-that are averaged over all positions so far, a sum is enough.
+front of it (learned prefixes) are computed anew at each step, so that of several forms the smallest is cached. Of
+values that are averaged over all positions so far, a sum is enough.
 
-Public tables that average over all positions so far: row i is 1/(i+1) up to column i, and 0 behind it.
+`causal_means` finds the public tables of such averages: row i is 1/(i+1) up to column i, and 0 after it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Which part of its inputs a node needs to be computed at some positions alone, op by op.
+"""Slices of a graph along positions: the parts of its inputs that a node needs to be computed at some positions alone.
 
 An axis is followed from a result back to the operands by what each op does, never by its size alone: sizes of heads,
 widths and lengths may coincide. Where an op mixes positions, or is not known, there is no cut.
 
-Sizes of hidden values as products of the tokens' batch and length, so that the values themselves may change.
+Sizes of hidden values are written as products of the tokens' batch and length, so that the values themselves may be
+cut.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Which weights make the queries, keys and values of an attention, and which one projects its result.
+"""Query, key, value and output projections of an attention, its input, and its residual connection.
 
 Found from data flow: the part of the graph between a linear layer and the attention is run on random numbers, and the
-gradient tells which rows of the layer's weight `[out, in]` the queries (or keys, values) come from. So one fused
+gradient shows which rows of the layer's weight `[out, in]` the queries (or keys, values) come from. So one fused
 projection is separated in any layout: thirds, interleaved by head, grouped.
-
-Attention as a block of the decoder: what it reads, where its heads mix values, its residual connection.
 """
 
 from __future__ import annotations

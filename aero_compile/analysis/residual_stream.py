@@ -1,15 +1,15 @@
-"""The residual stream as linear algebra: its values as sums over earlier ones, found from data flow.
+"""The residual stream as linear algebra: its values as sums over earlier ones, and the cost of computing them.
 
 A *state* is a value of the stream that has to be computed: linear layers read it (queries, keys, values, the LM head),
 or something that is not affine does (a norm). Every state h, `[…, d]`, is a sum
 
     h = Σ_q q·S_q + Σ_a a·B_a + c
 
-over the states q before it, over other live values a (what heads give, activations, token vectors), and over values
+over the states q before it, over other live values a (results of heads, activations, token vectors), and over values
 that depend on no token (position vectors). Whatever lies between, linear FFNs and scalar factors among it, is in S, B
-and c.
+and c. All of this is found from data flow.
 
-What private products cost that compute a state of the residual stream, as it is and in other bases.
+The cost of a state is that of its private products, as it is and in other bases.
 """
 
 from __future__ import annotations

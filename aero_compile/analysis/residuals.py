@@ -1,6 +1,6 @@
-"""Which ops a block holds: one row for ops that stand in the same places.
+"""Residual merges: the ops that blocks may hold, and the addition of a block's result to the residual stream.
 
-Find where the result of a block is added to the residual stream that its input came from.
+In the table of ops, one row holds those that may stand in the same places.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Sets of attention heads as text, for the options of passes: `all`, `3.0`, `3.2-5`, `3.*`, joined by `+`.
+"""Sets of layers and of attention heads as text, for the options of passes.
 
-A head is `layer.number`, both counted from 0 as in the source model: the numbers stay what they were when other heads
-lose their softmax. Before the point may stand any set of layers, `*` for all of them, behind it the numbers or a part
-of the layer's heads: `last:3.*`, `even.0-1`, `*.1/2` (the first half of the heads of each layer).
+Layers: `all`, `even`, `1/2`, `last:3`, `0-5`, `0+3+7-9`.
+
+Heads: `all`, `3.0`, `3.2-5`, `3.*`, joined by `+`. A head is `layer.number`, both counted from 0 as in the source
+model: the numbers stay the same when other heads lose their softmax. Before the point may stand any set of layers, `*`
+for all of them; after it the numbers or a part of the layer's heads: `last:3.*`, `even.0-1`, `*.1/2` (the first half of
+the heads of each layer).
 
 `entropy>0.9` are the heads whose entropy is more than this share of the largest that a causal head can have,
 `entropy:8` the eight of the highest share, `entropy:-8` all but the eight of the lowest; these are measured on text.
-
-Sets of layers as text, for the options of passes: `all`, `even`, `1/2`, `last:3`, `0-5`, `0+3+7-9`.
 """
 
 from __future__ import annotations

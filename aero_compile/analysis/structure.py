@@ -1,9 +1,8 @@
-"""Find the parts of a decoder in its canonical graph: attention, feed-forward, norms, residual merges.
+"""The parts of a decoder in its canonical graph (attention, feed-forward, norms, residual merges), and its layers.
 
 Everything is found from data flow. Module names captured from the source are used for messages and to decide
-which layer a norm belongs to where the flow alone leaves a choice.
-
-Where one layer ends and the next begins: the places of a graph that the least data crosses.
+which layer a norm belongs to where the flow alone leaves a choice. One layer ends and the next begins where the least
+data crosses the graph.
 """
 
 from __future__ import annotations

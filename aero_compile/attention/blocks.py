@@ -1,11 +1,9 @@
-"""Attention in blocks of query rows, whose scores the backward pass computes again unless they are few.
+"""Attention in blocks of query rows, and measures of its rows: entropies, and spreads of scores.
 
-What is held is one block of scores, `[…, rows, keys]`, and gradients of keys and values: memory grows with T, not T².
-Dropout draws block by block: other numbers than over the whole matrix, and the same ones for the same seed.
-
-A region as a Python function of one block of its rows.
-
-What a program can tell of the rows of attention beside its results: entropies, and how far their scores spread.
+A region of attention becomes a Python function of one block of its rows. The backward pass computes the scores of a
+block again, unless they are few. Memory holds one block of scores, `[…, rows, keys]`, and gradients of keys and values:
+it grows with T, not T². Dropout draws block by block: other numbers than over the whole matrix, and the same ones for
+the same seed.
 """
 
 from __future__ import annotations

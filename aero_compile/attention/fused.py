@@ -1,10 +1,8 @@
-"""Causal attention and its entropies in one operator that holds no T×T matrix.
+"""Causal attention, softmax(c·qkᵀ)·v, and its entropies in one operator that holds no T×T matrix.
 
 With s the scores of a row, p their softmax and l = log Σ exp s, the row's entropy is E = l − Σ p·s, and its derivative
 by s is −p·(s − l + E). Forward and backward go over blocks of query rows against the keys up to the block's last; the
 backward pass computes p again from l, as in FlashAttention (Dao et al. 2022, algorithms 1 and 4).
-
-Attention that is softmax(c·qkᵀ)·v under the causal mask, and its fused form.
 """
 
 from __future__ import annotations

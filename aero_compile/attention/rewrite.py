@@ -1,11 +1,11 @@
-"""Before → after, in the programs of training and evaluation; the model's own graph keeps its attention open:
+"""Replacement of attention by memory-saving calls in the programs of training and evaluation, where its mask allows it.
 
-scores → scale → mask → softmax → dropout → product  → one call that holds no matrix of T×T probabilities
+Before → after; the model's own graph keeps its attention as single ops:
+    scores → scale → mask → softmax → dropout → product  → one call that holds no matrix of T×T probabilities
 
-What a mask lets queries see, found by computing it: causal alone, causal and more, or something else.
-
-With queries and keys of zeros the probabilities of a row are those of its mask and bias. They are uniform over the keys
-up to the row's own exactly where attention is causal and nothing else.
+The keys that a mask lets queries see are found by computing it: causal alone, causal and more, or something else. With
+queries and keys of zeros the probabilities of a row are those of its mask and bias. They are uniform over the keys up
+to the row's own exactly where attention is causal and nothing else.
 """
 
 from __future__ import annotations

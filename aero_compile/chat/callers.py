@@ -1,11 +1,11 @@
-"""Refuses callers without a key, before anything of what they send is read, whatever path they name.
+"""Access to the endpoint: the address where it listens, the keys of its callers, and the refusal of others.
 
-Pages in a browser get nothing either: they have no key, no answer carries a header that lets another origin read it,
-and a request must name a host of this endpoint, whatever a name server says.
+Callers without a key are refused before anything of what they send is read, whatever path they name. Pages in a browser
+get nothing either: they have no key, no answer carries a header that lets another origin read it, and a request must
+name a host of this endpoint, whatever a name server says.
 
-Keys of the endpoint's callers: one line `NAME KEY` each, in a file that its owner alone can read.
-
-The endpoint's place: a port, or a Unix socket that its owner alone can connect to.
+Keys are one line `NAME KEY` each, in a file that its owner alone can read. The endpoint listens at a port, or at a Unix
+socket that its owner alone can connect to.
 """
 
 from __future__ import annotations

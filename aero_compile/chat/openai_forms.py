@@ -1,9 +1,7 @@
-"""The endpoint's answers, in the form of https://platform.openai.com/docs/api-reference, as plain data.
+"""Requests and answers of the endpoint as plain data, in the forms of https://platform.openai.com/docs/api-reference.
 
-What clients of the endpoint send, checked before anything of ours sees it; null stands for a default.
-
-The forms are those of https://platform.openai.com/docs/api-reference. What is asked for and not done here is refused by
-name, unless it asks for nothing (`n=1`, a penalty of 0).
+Requests are checked before any other code of ours sees them; null stands for a default. What is asked for and not done
+here is refused by name, unless it asks for nothing (`n=1`, a penalty of 0).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The endpoint: routes, errors in the API's form, and answers that are streamed or whole.
 
-Who may call is decided in front of it (`guard`). Requests must be JSON, which pages of other origins in a browser may
-not send unasked.
+A guard in front of it decides who may call (`aero_compile.chat.callers`). Requests must be JSON, which a browser sends
+for a page of another origin only after it has asked the endpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits, as the client does by itself: greedy, by temperature, by nucleus.
+"""Choice of the next token from its logits, made by the client alone: greedy, by temperature, by nucleus.
 
 Nucleus sampling is that of Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020): of the likeliest
 tokens as few as have at least the probability `top_p` together. One uniform number is drawn a token, in whatever way

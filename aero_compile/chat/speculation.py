@@ -1,4 +1,4 @@
-"""What may come next in a text, guessed by the client in the clear: by the text itself, or by a small public model.
+"""Guesses of the next tokens, made by the client in the clear: from the text itself, or by a small public model.
 
 Guesses only save computations: a private run checks several at once, and each token is chosen from the logits of the
 private model. So the text does not change, whatever is guessed.

@@ -1,4 +1,4 @@
-"""A conversation as a tokenizer's chat template writes it, and the ids of what was said already kept as they were."""
+"""A conversation in the form of a tokenizer's chat template, in which earlier messages keep their token ids."""
 
 from __future__ import annotations
 

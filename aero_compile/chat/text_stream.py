@@ -1,4 +1,4 @@
-"""Text of tokens as they come: no half characters, and nothing of what a stop string ends."""
+"""Text of tokens as they come: whole characters only, and nothing from a stop string on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes texts by sessions of private generation, one text after the other, and tells each piece as it comes.
+"""Writer of texts by sessions of private generation: one text after the other, each piece reported as it comes.
 
-A session belongs to one caller: both parties hold the caller's last text, and what a text costs tells how much it has
-in common with that.
+A session belongs to one caller: both parties hold the caller's last text, and the cost of a text reveals how much it
+has in common with that.
 """
 
 from __future__ import annotations

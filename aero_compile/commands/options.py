@@ -1,10 +1,7 @@
-"""Options that several commands have, and `pi_bench.py` too.
+"""Command-line options that several commands, and `pi_bench.py`, have in common.
 
-The options by which a client guesses tokens ahead.
-
-What commands for two hosts have in common: certificates, and at a client the server and the tokenizer.
-
-Text on the command line: options that name a dataset and a tokenizer, and blocks of tokens of it.
+They set the costs of a private forward, how a client guesses tokens ahead, the link between two hosts (certificates,
+and at a client the server and the tokenizer), and text: a dataset, a tokenizer, and blocks of tokens of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Serve a model to clients that keep their texts to themselves: they get logits, and no weights.
+"""Serve a model to clients that keep their texts private: they receive logits, and no weights.
 
-What is served is a model, which is compiled here (a saved artifact, a GGUF file, or a folder of a Hugging Face model),
-or a folder of compiled programs. The log goes to standard error, one JSON object a line, without tokens, logits or
-keys. SIGINT and SIGTERM end the server.
+MODEL is compiled here (a saved artifact, a GGUF file, or a folder of a Hugging Face model), or is a folder of compiled
+programs. The log goes to standard error, one JSON object a line, without tokens, logits or keys. SIGINT and SIGTERM end
+the server.
 """
 
 from __future__ import annotations

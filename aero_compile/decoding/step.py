@@ -2,9 +2,8 @@
 
 The parts of a step are found from data flow (`aero_compile.analysis.new_positions`), whatever the model's positions and
 heads are: learned, rotary, ALiBi, windows, grouped queries. Many tokens are one step too, so that a prompt is
-a step from position 0, and a conversation goes on where it was.
-
-Whether the logits of a text are those of every longer text that begins with it.
+a step from position 0, and a conversation continues where it ended. A model has such steps only if the logits of a text
+are those of every longer text that begins with it, which is checked.
 """
 
 from __future__ import annotations

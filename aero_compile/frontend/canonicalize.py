@@ -1,18 +1,19 @@
 """Canonicalization: the many spellings that exported decoders use → one small set of ATen ops.
 
 Before → after, in the order of the steps:
-    values written into tensors                                   → masked_fill (aero_compile.frontend.canonicalize)
+    values written into tensors, dtypes taken from other tensors  → functions of what they depend on (see below)
     checks and functions of token ids that change no id           → gone (aero_compile.frontend.token_checks)
     complex numbers of hidden values                              → real and imaginary parts
                                                                     (aero_compile.frontend.complex_numbers)
-    nan_to_num behind a softmax, rows of a mask that see nothing  → zeros in the rows of the product
+    nan_to_num after a softmax, rows of a mask that see nothing   → zeros in the rows of the product
                                                                     (aero_compile.frontend.empty_rows)
     fill values of masks (−inf, the smallest float of a dtype)    → −65504
     lerp, group_norm, log_softmax, padding with edges             → their parts (aero_compile.frontend.composites)
     copies, casts, view, mm, glu, clamp(min=0), max(x, dim), …    → gone, or one op (aero_compile.frontend.spellings)
     native_dropout, dropout with its flag baked in                → nn.Dropout modules
-    scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
-    conv1d of one token                                           → linear
+    scaled_dot_product_attention(q, k, v, mask)                   → matmul(dropout(softmax(s)), v),
+                                                                    s = mask(scale·matmul(q, kᵀ))
+    conv1d of one token                                           → linear (aero_compile.frontend.linear_layers)
     matmul, addmm with a weight; addmm of others                  → linear; matmul + add
     linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA)
     one value that is computed twice                              → computed once (aero_compile.frontend.equal_nodes)
@@ -33,14 +34,7 @@ floating-point types are dropped from live values, and masks and tables of anoth
 computes in the dtype of its weights, whatever that is, and half-precision kernels of softmax and the norms accumulate
 in float32 on their own.
 
-Fused attention → its scores, mask, softmax, dropout and product.
-
-Before → after:
-    scaled_dot_product_attention(q, k, v, mask)  → matmul(dropout(softmax(mask(scale·matmul(q, kᵀ)))), v)
-
-Values written into tensors, and dtypes taken from other tensors: as functions of what they depend on alone.
-
-Before → after:
+Before → after, values written into tensors, and dtypes taken from other tensors:
     index_put(x, [None, mask], value)  → masked_fill(x, mask, value)   w[:, :, mask] = -inf
     slice_scatter(x, y) of all of x    → y
     type_as(x, y), to(x, y)            → to(x, dtype of y)             a mask in the dtype of hidden values

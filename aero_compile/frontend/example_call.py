@@ -1,6 +1,6 @@
 """The sample call: arguments that stand for every call of a model, given by the user or made up from its signature.
 
-Questions that libraries ask about values only to choose between kernels: answered without a look at the values.
+Questions that libraries ask about values only to choose between kernels are answered without a look at the values.
 """
 
 from __future__ import annotations

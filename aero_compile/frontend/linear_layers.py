@@ -1,22 +1,19 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) that were not merged: one linear layer whose weight is an expression.
+"""Canonical linear layers: from products with a weight, convolutions of one token, and low-rank adapters.
 
-    linear(x, W, b) + s·linear(linear(x, A), B)  → linear(x, W + s·(B @ A), b)
-
-A, B and W stay parameters of their own. An adapter with a dropout of its own computes something else in training, so it
-is refused with the way out.
-
-Convolutions over the sequence, `[B, d, T]`, with a kernel of one token → linear layers.
-
-Before → after:
-    conv1d(xᵀ, w[out, in, 1], b)                        → linear(x, w[out, in], b)ᵀ
-    f(xᵀ)ᵀ for element-wise f, such as an activation    → f(x)
-
-Products with a weight → linear layers.
-
-Before → after:
+Before → after, products with a weight:
     addmm, matmul of a live x with a 2-D weight W  → linear(x, Wᵀ, bias)
     addmm, baddbmm of others                       → matmul + bias
     linear(x, W) + parameter of shape [out]        → linear(x, W, parameter)
+
+Before → after, convolutions over the sequence, `[B, d, T]`, with a kernel of one token:
+    conv1d(xᵀ, w[out, in, 1], b)                   → linear(x, w[out, in], b)ᵀ
+    f(xᵀ)ᵀ for element-wise f, such as an activation → f(x)
+
+Before → after, low-rank adapters (LoRA, Hu et al. 2021) that were not merged:
+    linear(x, W, b) + s·linear(linear(x, A), B)    → linear(x, W + s·(B @ A), b)
+
+A, B and W stay parameters of their own. An adapter with a dropout of its own computes something else in training, so it
+is refused, and the message names the way out.
 """
 
 from __future__ import annotations

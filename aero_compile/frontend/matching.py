@@ -1,13 +1,14 @@
-"""Which norm a region of arithmetic computes: LayerNorm, RMSNorm, or one with its ε outside the root.
+"""Recognition of norms and of element-wise functions by the numbers that a region of arithmetic computes.
+
+A norm is LayerNorm, RMSNorm, or one with its ε outside the root:
 
     (x − mean)/√(var·d/(d−1) + ε)·γ   → layer_norm with ε·(d−1)/d, times √((d−1)/d)     unbiased variance
     x/max(‖x‖, ε)·√d·γ                → rms_norm                                        F.normalize
     g·x/max(‖x‖, ε)                   → deviation_norm, times g/√d                      ScaleNorm
     γ·(x − mean)/(std + ε) + b        → deviation_norm, times √((d−1)/d)                Annotated Transformer
 
-What is matched is the function, to 1e-7 on inputs of all sizes down to 1e-6, whatever ε that takes.
-
-What an element-wise piece of arithmetic computes, found by running it on a grid of numbers.
+The function of a norm is matched, to 1e-7 on inputs of all sizes down to 1e-6, whatever ε that takes. An element-wise
+function is found by running it on a grid of numbers.
 """
 
 from __future__ import annotations

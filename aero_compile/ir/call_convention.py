@@ -1,8 +1,7 @@
-"""How a source model is called and what it returns: kept as data, so that it can be saved with the graph.
+"""The call convention of a source model: how it is called and what it returns, as data saved with the graph.
 
-Tensors that a model takes beside its tokens, such as positions `[B, T]` or a mask `[T, T]`, described as data.
-
-Named tuples that source models return: the class itself where it is known, else one like it.
+Tensors that a model takes beside its tokens, such as positions `[B, T]` or a mask `[T, T]`, are described as data, too.
+A named tuple that a source model returns is of the class itself where it is known, else of one like it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Attention weights that are no softmax: functions of the masked scores s of a row, exactly 0 where s is hidden.
+"""Ops that ATen lacks in the canonical graph: attention weights without a softmax, and norms with ε outside the root.
 
-n is the number of keys that a row sees, and y = s/scale + shift where it sees them:
+Attention weights are functions of the masked scores s of a row, exactly 0 where s is hidden. n is the number of keys
+that a row sees, and y = s/scale + shift where it sees them:
 
     normalized:  w = yᵖ/(Σ yᵖ + n·ε)
     relu:        w = relu(y)ᵖ/n
@@ -8,23 +9,21 @@ n is the number of keys that a row sees, and y = s/scale + shift where it sees t
     sink:        w = exp(s)/(1 + Σ exp(s))
 
 `attention_weights` is an op of the canonical graph beside `softmax`, at the same place: scores, scale and mask come
-before it, dropout and the product with the values behind. A hidden score is one of at most `HIDDEN_BELOW`, whatever
-number or infinity the model's mask is made of; so nothing depends on how an exponential would treat it.
+before it, dropout and the product with the values after it. A hidden score is one of at most `HIDDEN_BELOW`, whatever
+number or infinity the model's mask is made of; so nothing depends on how an exponential would treat it. `masked` gives
+a hidden position its score: lower than any score, and finite in the model's dtype.
 
 "sink" is a softmax with one more key, of score 0 and without a value ("softmax off by one", Miller 2023). Its learned
-score, as gpt-oss has one for each head, is taken off all others before.
+score, as gpt-oss has one for each head, is subtracted from all others before.
 
-Norms whose ε stands outside the root: neither a LayerNorm nor an RMSNorm for any ε, but a norm like them.
-
-σ is the deviation of x over its last dimensions (around the mean, or around 0), and
+Norms with ε outside the root are neither a LayerNorm nor an RMSNorm for any ε. σ is the deviation of x over its last
+dimensions (around the mean, or around 0), and
 
     added:     (x − mean)/(σ + ε)·γ + b       Annotated Transformer, Zhang & Sennrich's RMSNorm
     at_least:  x/max(σ, ε)·γ + b              ScaleNorm (Nguyen & Salazar 2019), torch's F.normalize
 
 `deviation_norm` is an op of the canonical graph beside `layer_norm` and `rms_norm`; `ir/rewriter.py` writes it
 as arithmetic, for what knows ATen ops only.
-
-What a score is set to where a position is hidden: lower than any score, and finite in the model's dtype.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """An FX graph as JSON, and back, so that reading it cannot run anything but tensor arithmetic.
 
 What is read is later printed as Python source, as FX does; so every name in it must be a plain identifier, every
-attribute one of the model's own, and every function one of a list (`aero_compile.ir.verify`).
-
-Bounds on a graph that comes from a file: looking at it, and running it, takes no more than its model would.
+attribute one of the model's own, and every function one of a list (`aero_compile.ir.verify`). A graph that comes from a
+file is bounded: looking at it, and running it, takes no more than its model would.
 """
 
 from __future__ import annotations

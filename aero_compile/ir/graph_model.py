@@ -1,13 +1,10 @@
 """GraphModel: a canonical graph with the tensors and submodules it reads; passes edit it, analyses look at it.
 
-A graph as a Python function.
+A graph compiles to a Python function, and a node knows its place in the source model.
 
-Where a node comes from in the source model.
-
-Who reads a weight. Every pass that replaces a weight, or writes to it, checks here first.
-
-A weight may be read under several names (tied), by several layers, and through views: one transpose serves all of them.
-What counts as a reader is the first operation that does more than move elements.
+Every pass that replaces a weight, or writes to it, first checks here who reads it. A weight may be read under several
+names (tied), by several layers, and through views: one transpose serves all of them. What counts as a reader is the
+first operation that does more than move elements.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Who may know a value: both parties, one of them alone, or nobody, since it follows from the tokens and from weights.
+"""Domains of values, by who may know them (both parties, one, or nobody), and weights given to clients.
 
-Of what a model holds (parameters, buffers of any type, constants, tensor attributes, what its modules hold) everything
-is the server's but what is shown to be structure by what it holds (`aero_compile.ir.structural`), and but the weights
-that it gives to clients (`aero_compile.ir.ownership`). So what is public is computed from shapes, literals and
-structure alone, and from inputs that both parties know.
+Nobody may know what follows from the tokens and from weights. Of what a model holds (parameters, buffers of any type,
+constants, tensor attributes, what its modules hold) everything is the server's but what is shown to be structure by
+what it holds (`aero_compile.ir.structural`), and but the weights that it gives to clients. So what is public is
+computed from shapes, literals and structure alone, and from inputs that both parties know.
 
-Weights that their owner gives to clients, asked for by name.
-
-A weight is given as long as it is the very tensor of the model that was named: what a rewriting computes from it and
-from others is a new tensor, and the server's.
+The owner of a model gives weights to clients by name. A weight is given as long as it is the very tensor of the model
+that was named: what a rewriting computes from it and from others is a new tensor, and the server's.
 """
 
 from __future__ import annotations

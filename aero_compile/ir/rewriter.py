@@ -1,6 +1,6 @@
-"""Edits of a graph that keep it valid, and what is known of its nodes true.
+"""Edits of a graph that keep it valid, and keep true what is known of its nodes.
 
-Deviation norms written as arithmetic, for what knows ATen ops only, and put together again.
+Deviation norms are written as arithmetic, for what knows ATen ops only, and put together again.
 """
 
 from __future__ import annotations

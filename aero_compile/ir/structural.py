@@ -1,12 +1,10 @@
-"""Which tables of a model are shown to be structure: they follow from shapes and literals and hold no weights.
+"""Tables of a model that are shown to be structure: they follow from shapes and literals and hold no weights.
 
 Everything else that a model holds is the server's: parameters, and every buffer, constant and tensor attribute of any
 type that is not recognized here. A table is recognized by what it holds, whatever it is called and however it is
-registered: masks of bands, blocks and prefixes, positions, the rates, angles, cosines and sines of rotary positions,
-slopes and tables of ALiBi, and single numbers such as 1/√d. A few numbers give each of them; a table of weights they
-do not.
-
-Masks that a few integers describe: bands of diagonals, blocks, prefixes, and their complements.
+registered: masks of bands of diagonals, blocks and prefixes, and their complements; positions; the rates, angles,
+cosines and sines of rotary positions; slopes and tables of ALiBi; and single numbers such as 1/√d. A few numbers give
+each of them; a table of weights they do not.
 """
 
 from __future__ import annotations

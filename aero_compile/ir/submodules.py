@@ -1,11 +1,9 @@
-"""The modules that a graph may hold, by name: what an artifact can describe, and build again without foreign code.
+"""The modules that a graph may hold, by name: an artifact describes them and builds them again without foreign code.
 
 Each maps one tensor to another of the same shape and dtype. Hidden values go through dropout alone, which is the
-identity at inference; the others compute weights.
-
-Dropout of whole parts of a tensor: paths (stochastic depth), channels, positions.
-
-Spectral normalization of a weight matrix (Miyato et al. 2018, algorithm 1), as a module that a graph holds.
+identity at inference; the others compute weights. Defined here are dropout of whole parts of a tensor (paths, that is
+stochastic depth; channels; positions) and the spectral normalization of a weight matrix (Miyato et al. 2018,
+algorithm 1).
 """
 
 from __future__ import annotations

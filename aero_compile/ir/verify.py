@@ -1,9 +1,9 @@
-"""Whether a graph holds canonical ops only, where it computes logits from hidden values.
+"""Checks of a graph's ops: canonical ones where it computes logits, and listed ones alone in a saved graph.
 
-The ATen ops that a saved graph may hold: functions of tensors that look at nothing but their arguments.
-
-What is not listed is refused when a model is saved, and when a file is read: ops that take raw strides (they read
-memory beside the tensor), that read files, that change their arguments, and those that no decoder needs.
+Where a graph computes logits from hidden values it must hold canonical ops only. A saved graph may hold functions of
+tensors that look at nothing but their arguments. What is not listed is refused when a model is saved, and when a file
+is read: ops that take raw strides (they read memory beside the tensor), that read files, that change their arguments,
+and those that no decoder needs.
 """
 
 from __future__ import annotations

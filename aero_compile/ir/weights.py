@@ -1,9 +1,9 @@
-"""Rows of a weight that belong to several parts: taken apart in the graph, and put together again.
+"""Rows of a weight that belong to several parts, separated and joined in the graph, and computed values of nodes.
 
 Parameters stay whole. Layouts that repeat (queries, keys and values interleaved by head) are cut once for all
 repetitions, so the graph does not grow with the number of heads.
 
-Values of nodes, computed: of what follows from weights alone, and of single nodes from those of their inputs.
+Values are computed of what follows from weights alone, and of single nodes from those of their inputs.
 """
 
 from __future__ import annotations

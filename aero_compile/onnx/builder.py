@@ -1,6 +1,6 @@
-"""Makes the FX graph of what depends on the token ids, and knows the shapes of its values.
+"""Construction of the FX graph of what depends on the token ids of an ONNX file, with the shapes of its values.
 
-Inputs, types and nodes of an ONNX file, and which of its nodes need which.
+The file is described by its inputs, types and nodes, and by which of its nodes need which.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""ONNX's own operators as ATen ops, for values that depend on the tokens.
-
-ONNX's products of matrices, as ATen ops; ops.py has what is computed element by element or along rows.
-"""
+"""ONNX's own operators, matrix products included, as ATen ops, for values that depend on the tokens."""
 
 from __future__ import annotations
 

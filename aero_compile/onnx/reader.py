@@ -1,6 +1,7 @@
-"""The census of an ONNX file: which nonlinear ops it holds, whoever wrote it, counted like those of a model.
+"""A decoder in an ONNX file of any exporter: its canonical graph for one shape of the tokens, and its census.
 
-Read a decoder from an ONNX file, of any exporter, as a canonical graph for one shape of the tokens (`importer`).
+The census counts the nonlinear ops that the file holds like those of a model. The nodes of the file are visited by
+`aero_compile.onnx.importer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pictures of training runs. Those that the paper has carry its numbers."""
+"""Figures of training runs; those that the paper also has carry its numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The shell of every page of ours: style, figures, and one file that asks the network for nothing.
-
-The HTML report: one file that holds its table, plots and style, and asks the network for nothing.
-"""
+"""HTML pages: style, figures and tables, and the report of a benchmark, each one file that needs no network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Three small charts as inline SVG: lines (with bands), heatmap (over time), stacked bars.
 
 Drawn here and not by a library: a page must open from a file without a network, print, and read without scripts, and
-the ones that draw that much bring megabytes of script into every file.
+the libraries that draw as much bring megabytes of script into every file.
 
 Colours of axes and series come from CSS variables of the page (`--ink`, `--rule`, `--c0` … `--c7`, and `--q0` …
 `--q15` for series that have an order), so one drawing serves light and dark. Every chart is an image with a name and

@@ -1,9 +1,8 @@
-"""A paper's figure beside ours, row by row: what `Row.paper` holds, as cells of a table.
-
-Result rows of a benchmark: as a text table, as a JSON document, and back.
+"""Result rows of a benchmark: as a text table, as a JSON document and back, and compared with a paper's figures.
 
 A row is one recipe on one model at one sequence length: measured in real two-party computation, or estimated by
-the cost model and then marked so. A figure that is not known is `None` or NaN and shown as "–".
+the cost model and then marked so. A figure that is not known is `None` or NaN and shown as "–". `Row.paper` holds the
+paper's figures, which the comparison shows beside ours row by row.
 """
 
 from __future__ import annotations

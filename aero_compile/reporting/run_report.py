@@ -1,7 +1,4 @@
-"""The report of training runs: one file to look at, tables as CSV, and an object that a notebook shows.
-
-The numbers behind a report of runs as CSV, one value a row.
-"""
+"""The report of training runs: one HTML file, tables as CSV (one value a row), and an object that a notebook shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in the folder of a training run, also of one that goes on, ended badly, or was damaged since."""
+"""Records in the folder of a training run, also of one that still runs, ended badly, or was damaged since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decisions would cost: full estimates of few programs, and sums of their differences for all others.
+"""Costs of decisions: full estimates of few programs, sums of their differences for all others, and budgets.
 
 Layers that cost alike save alike, so each alternative is estimated in one of them. The heads of a layer share what
 costs less for all of them together, at three levels: a softmax (rounds, queries and keys of the layer), a fixed pattern
@@ -6,7 +6,7 @@ costs less for all of them together, at three levels: a softmax (rounds, queries
 them replaced, with all H, and with one that has a fixed pattern and H − 1 that are gone; what lies between is taken as
 linear. So is what temperatures save where some of the heads that have them are gone.
 
-Budgets as text: bytes, seconds, rounds or messages of a private forward.
+A budget is a text that limits the bytes, seconds, rounds or messages of a private forward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Orders in which operations are given up: each yields decisions, every one cheaper than the one before.
 
-Weights of all alternatives, trained together by the loss's gradient under a price: an order of what goes first.
-
+A `Relaxation` finds its order by training weights of all alternatives together, by the loss's gradient under a price.
 Every site is a sum of its options, weighed by a softmax of learned numbers; the model's own weights stay. What is
 minimized is the loss plus a multiplier of how far the expected price is above the target; the multiplier grows as long
 as it is (dual ascent). A falling temperature of the softmax drives the weights to zero and one.

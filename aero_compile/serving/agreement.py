@@ -1,4 +1,4 @@
-"""What server and client must agree on, taken from the programs themselves, and how a difference is named."""
+"""Facts that server and client must agree on, taken from the programs themselves, and the message of a difference."""
 
 from __future__ import annotations
 

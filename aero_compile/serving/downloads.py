@@ -1,10 +1,8 @@
-"""What clients keep of programs between sessions, by digest, in a private folder that does not grow without end.
+"""Downloads of a client from a server: programs, given weights and encrypted tables, checked and kept for later.
 
-What a client takes over from a server: programs, read before they are run, and the weights that it is given.
-
-The encrypted table of a server at a client: downloaded once, in pieces, and checked whenever it is used.
-
-With a cache a download that broke off is continued by the next session, and the table is there for all later ones.
+Programs are read before they are run. Between sessions files are kept by digest, in a private folder that does not grow
+without end. An encrypted table is downloaded once, in pieces, and checked whenever it is used. With a cache a download
+that broke off is continued by the next session, and the table is there for all later ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What server and client say to each other on the control connection: small JSON texts of these forms and no other.
+"""Messages of server and client on the control connection: small JSON texts of these forms and no other.
 
 Everything is strict: an unknown field, another type or a longer list than said here is refused by pydantic before any
 code of ours sees it.

@@ -1,6 +1,7 @@
-"""What a server tells its operator: one JSON object a line, and counts; never tokens, logits, tickets or keys.
+"""Log and metrics of a server for its operator, without tokens, logits, tickets or keys.
 
-Counts of a server, for Prometheus: https://prometheus.io/docs/practices/naming/.
+The log is one JSON object a line. The metrics are counts for Prometheus:
+https://prometheus.io/docs/practices/naming/.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of itself a server gives to its clients, and how long it waits for them."""
+"""Limits of a server: how much it gives to its clients, and how long it waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client lets both parties prepare while it asks for nothing: before the first text, and between texts."""
+"""Preparations that a client lets both parties make while it is idle: before the first text, and between texts."""
 
 from __future__ import annotations
 

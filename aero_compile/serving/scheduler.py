@@ -1,4 +1,4 @@
-"""Whose turn it is: a few computations at once, the others wait, clients one after the other."""
+"""Scheduler of computations: a few at once, the others wait, clients one after the other."""
 
 from __future__ import annotations
 

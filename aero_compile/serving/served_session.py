@@ -1,6 +1,6 @@
-"""One client at the server: what it may ask for, in which order, and what becomes of its party when it is gone.
+"""One client at the server: the requests it may make, in which order, its party, and the connections of its session.
 
-A session's link at the server: the client opens all its connections, those too that the server's party asks for.
+The client opens all connections, those too that the server's party asks for. Its party ends when the client is gone.
 """
 
 from __future__ import annotations

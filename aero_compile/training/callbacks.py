@@ -1,8 +1,8 @@
-"""What a run writes down about its model over time: entropies, learned settings, and how large activations are.
+"""Callbacks of a training run: records of the model, progress on the terminal, and checks before each update.
 
-What a person sees while a model trains: loss, speed and the time that is left, as a bar or in plain lines.
-
-What happens at each event of a run: lines of metrics, checks before an update, marks of whole checkpoints.
+At each event of a run lines of metrics are written, gradients are checked before an update, and whole checkpoints are
+marked. The model's records over time are its entropies, learned settings, and how large activations are. A person sees
+loss, speed and the time that is left, as a bar or in plain lines.
 """
 
 from __future__ import annotations

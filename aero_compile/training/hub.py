@@ -1,6 +1,7 @@
-"""Pushing a trained model to the Hugging Face Hub: whether that will work is asked before training, not after.
+"""Publication of a trained model on the Hugging Face Hub, and its model card.
 
-The card of a trained model: what it is, how it was made, how good it is; the README of its folder on the Hub.
+Before training, not after, it is checked that the upload will work. The card, the README of the model's folder on the
+Hub, states what the model is, how it was made and how good it is.
 """
 
 from __future__ import annotations

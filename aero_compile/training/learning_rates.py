@@ -2,8 +2,7 @@
 
 A role is what a pass calls a parameter of its own: `scaled_ffn.<layer>.alpha` has the role `alpha`. Two have the
 paper's letters instead: `t`, the softmax temperature (stored as its logarithm), and `theta`, the entropy thresholds.
-
-Numbers by name in an option's text: `kl=1,hidden=0.5`.
+`named_numbers` reads numbers by name in the text of any option, such as `kl=1,hidden=0.5`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What is measured on held-out blocks: loss and headwise entropies.
+"""Measures of a model in training: loss, entropies and spreads by head, learned scalars, activations, FFN spectra.
 
-What a run records beside losses and entropies: learned scalars, how large activations are, spectra of FFNs.
+Loss and headwise entropies are measured on held-out blocks. Beside them a run records learned scalars, how large
+activations are, and spectra of FFNs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Orders in which the norms of a model can be taken out one at a time.
+"""Schedules of a training run: norms removed one at a time, passes applied in stages, heads that become static.
 
-Stages of a removal: passes that are applied in the course of a run, each with steps of its own to recover in.
-
-A stage is written `STEPS: PASSES`, or `STEPS@LEARNING_RATE: PASSES`; stages are divided by `;` or stand in lines:
+A removal has stages: passes that are applied in the course of a run, each with steps of its own to recover in. A stage
+is written `STEPS: PASSES`, or `STEPS@LEARNING_RATE: PASSES`; stages are divided by `;` or stand in lines:
 
     100:                                     train the model as it is
     20: each freeze-layer-norm ffn           the norms before FFNs, one at a time, 20 steps each
@@ -13,14 +12,13 @@ A stage is written `STEPS: PASSES`, or `STEPS@LEARNING_RATE: PASSES`; stages are
 `each PASS PARTS` is `removal_schedule`: a stage for each norm. Blended activations are gone when their stage ends. In a
 JSON file a stage is an object of `steps`, `passes` and, if wanted, `learning_rate` and `each` (names of parts).
 
-Heads that become static in the course of a run: those whose entropy stays near its largest value.
-
-After each evaluation the entropy of every head, averaged over held-out texts and positions, is divided by the largest
-that causal attention can have, Σ log i / T over the positions i = 1 … T. A head is ripe once that share was at least
-`entropy` in `patience` evaluations in a row. The ripe heads of highest entropy become uniform averages before the next
-step (`static-attention`), so many that at most `most` of all heads have been switched, a number that grows linearly
-from 0 to `most` over the share `until` of the run. Which heads went, and how long others have been near, is written
-into every checkpoint.
+Heads become static in the course of a run if their entropy stays near its largest value. After each evaluation the
+entropy of every head, averaged over held-out texts and positions, is divided by the largest that causal attention can
+have, Σ log i / T over the positions i = 1 … T. A head is ripe once that share was at least `entropy` in `patience`
+evaluations in a row. The ripe heads of highest entropy become uniform averages before the next step
+(`static-attention`), so many that at most `most` of all heads have been switched, a number that grows linearly
+from 0 to `most` over the share `until` of the run. Every checkpoint records which heads were switched, and how long
+others have been near.
 """
 
 from __future__ import annotations

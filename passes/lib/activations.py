@@ -1,4 +1,4 @@
-"""What the passes that replace FFN activations share."""
+"""FFN activations that passes replace: the choice of them, by layer and by neuron, and the base of these passes."""
 
 from __future__ import annotations
 

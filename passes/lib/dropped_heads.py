@@ -1,4 +1,4 @@
-"""Heads taken out of an attention, and attentions taken out of their blocks."""
+"""Removal of heads from an attention, and of attentions from their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the passes that scale an FFN and its residual share."""
+"""Scalars on an FFN and its residual, for the passes that scale them."""
 
 from __future__ import annotations
 

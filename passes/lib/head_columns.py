@@ -1,4 +1,4 @@
-"""Which columns of the output projection read which head, and what it reads if some heads are gone."""
+"""Columns of the output projection by the head that they read, and its input when some heads are gone."""
 
 from __future__ import annotations
 

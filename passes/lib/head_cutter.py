@@ -1,4 +1,4 @@
-"""Some heads of an attention apart: what they are computed from at these heads alone, and all put together again."""
+"""Computation of some heads of an attention apart: its inputs at these heads alone, and the results joined again."""
 
 from __future__ import annotations
 

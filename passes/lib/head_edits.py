@@ -1,4 +1,4 @@
-"""What passes that change some heads of an attention share: which, where they are, and what nothing reads any more."""
+"""Edits of some heads of an attention: their place among the groups, the join of results, dropped unread rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the passes that remove or replace norms share: the choice of norms, and the change of what reads them.
+"""Norms that passes remove or replace: the choice of them, and the change of what reads them.
 
-Split a linear layer by rows of its weight, so that some rows read another input.
+A linear layer is split by rows of its weight, so that some rows read another input.
 
 Before → after (rows R of W, the others S):
     linear(x, W, b)  → put together in W's order: linear(x_R, W[R], b[R]) and linear(x_S, W[S], b[S])

@@ -1,7 +1,4 @@
-"""The option that passes share which act on some layers.
-
-What the passes share that act on some heads, and those that measure text only where their options ask for it.
-"""
+"""Options that passes share: sets of layers, sets of heads, and calibration text where an option measures on it."""
 
 from __future__ import annotations
 

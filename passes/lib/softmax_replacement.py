@@ -1,4 +1,4 @@
-"""What the passes share that put something else in the place of the softmax."""
+"""Base of the passes that put something else in the place of the softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute values of the residual stream anew, each as one sum and in a basis of its own."""
+"""Rewriting of values of the residual stream, each as one sum and in a basis of its own."""
 
 from __future__ import annotations
 

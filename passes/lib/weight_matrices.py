@@ -1,4 +1,4 @@
-"""What weight-norm and spectral-norm share: which weight matrices they work on, and the rewriting of what reads them.
+"""Weight matrices that weight-norm and spectral-norm work on, and the rewriting of what reads them.
 
 A matrix is some rows of the weight `[out, in]` of a linear layer. Queries, keys, values, gate and up-projection are
 matrices of their own, also where one layer computes several of them, in whatever layout.

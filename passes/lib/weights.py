@@ -1,4 +1,4 @@
-"""What passes that change rows of weights share."""
+"""Changes of rows and columns of stored weights: filled with a number, kept, or dropped."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""ln x by SPU's own function.
-
-1/x: of any number by SPU's own reciprocal, and of the sums of a softmax by less.
+"""ln x, 1/x, √x and 1/√x: by SPU's own functions, and the inverses also by cheaper forms on known ranges.
 
 A sum S of a softmax lies between 1 and the number of a row's entries. Where that is known, SPU's reciprocal does too
 much: it looks for the highest of 64 bits. Here S is compared with the powers of two up to the number of entries, all at
 once; the bits add up to a scale 2^-j that brings S to [1, 2), where a chain of squares is 1/x.
 
-√x and 1/√x by SPU's own functions, the latter with one more step where that is asked for.
-
-In two phases 1/√x is composed of what is prepared. SPU looks for the highest of 64 bits; here x is compared with the
-powers of four of the range on which it holds, all at once, as a sum of a softmax is with powers of two
-(`reciprocal.py`): the bits add up to scales 4^-j, which brings x to [1, 4), where a chain of squares is 1/√x, and 2^-j.
+SPU's 1/√x has one more step where that is asked for. In two phases 1/√x is composed of what is prepared: x is compared
+with the powers of four of the range on which it holds, all at once; the bits add up to scales 4^-j, which brings x to
+[1, 4), where a chain of squares is 1/√x, and 2^-j.
 """
 
 from __future__ import annotations

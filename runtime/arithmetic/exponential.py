@@ -1,16 +1,15 @@
-"""exp(x), in two forms: for the rows of a softmax (x ≤ 0), by as few squares as their spread needs, and for any x.
+"""exp(x): for the rows of a softmax (x ≤ 0) by a chain of squares or by one product, and for any x.
 
 A softmax subtracts the maximum first, so every row has an entry 0 and all are ≤ 0. `Exponential` is a chain of
-squares (`squares.py`) fitted to exp on [-reach, 0] such that the softmax of any row of up to 1024 entries errs
-least: relatively near 0, and far below 1/1024 of that in the tail, of which a row may hold many entries. Below -reach
-the chain is wrong, by any amount: where that may be asked for, one comparison puts an exact 0 there.
+squares (`squares.py`), as few as the spread of the rows needs, fitted to exp on [-reach, 0] such that the softmax of
+any row of up to 1024 entries errs least: relatively near 0, and far below 1/1024 of that in the tail, of which a row
+may hold many entries. Below -reach the chain is wrong, by any amount: where that may be asked for, one comparison puts
+an exact 0 there.
 
-exp(x) for the rows of a softmax by one product of two numbers that one party each knows.
-
-What the parties do with their shares, and why it is right, is told in `kernels/exponential_factors.py`. Here are the
-product and the scaling around it: of the 60 bits of the product SPU truncates 18, and two more products with a power of
-two leave the 18 of the format; on shares it is truncated twice by 21. Factors fill whole ciphertexts; the few that are
-left take stored triples.
+`OneProduct` multiplies two numbers that one party each knows. What the parties do with their shares, and why it is
+right, is explained in `kernels/local_kernels.py`. Here are the product and the scaling around it: of the 60 bits of the
+product SPU truncates 18, and two more products with a power of two leave the 18 of the format; on shares it is
+truncated twice by 21. Factors fill whole ciphertexts; the few that are left take stored triples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products of a secret with public numbers, means, and powers of two.
 
 A public number is held with f fraction bits, as secrets are: 1/768 is 341.33 units of 2^-18, which SPU cuts to 341, and
-10^-6 is nothing. So a small number is written as m·2^-j with 1/2 ≤ m < 1, and multiplied in two or more products: first
+10^-6 becomes 0. So a small number is written as m·2^-j with 1/2 ≤ m < 1, and multiplied in two or more products: first
 with 2^-j, which every format holds exactly and which leaves the most room for large values, then with m. Each product
 rounds once, so the result is within three units of the last place and relatively within 2^-f.
 """

@@ -1,6 +1,6 @@
-"""The ring, and the fixed-point format in it, for which functions are traced; outside, numbers are floats.
+"""The ring and its fixed-point format, for which functions are traced, and the truncation of a product of words.
 
-The truncation of a product of words that SPU took for whole numbers.
+Outside `fixed_point` numbers are floats. `truncated` is for a product of words that SPU took for whole numbers.
 """
 
 from __future__ import annotations

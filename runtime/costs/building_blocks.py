@@ -1,4 +1,4 @@
-"""What the building blocks of SPU's Cheetah exchange, one after the other, between two parties that keep state.
+"""Costs of the building blocks of SPU's Cheetah, one after the other, between two parties that keep state.
 
 The parties keep stores that operations draw from and refill in large batches: correlated oblivious transfers for
 each tile and direction, and multiplication triples. A `Session` follows both, so it knows which operation

@@ -1,6 +1,6 @@
-"""How many ciphertexts SPU's Cheetah exchanges for a product, from the block sizes that SPU itself chooses.
+"""Numbers of ciphertexts that SPU's Cheetah exchanges for a product, from the block sizes that SPU itself chooses.
 
-Facts are those of SPU 0.9.5 for 64-bit rings: polynomials of degree 8192 (cheetah_dot.cc, cheetah_mul.cc), the
+They are those of SPU 0.9.5 for 64-bit rings: polynomials of degree 8192 (cheetah_dot.cc, cheetah_mul.cc), the
 cost that its matrix product minimizes (matmat_prot.cc), and how it packs answers (cheetah_dot.cc).
 """
 

@@ -1,11 +1,10 @@
-"""What each PPHLO operation costs: from its kind, its shapes, and who knows its operands.
+"""Cost of each PPHLO operation: from its kind, its shapes, and who knows its operands.
 
 SPU keeps an input at its owner until it meets data of the peer. So an operation among values of one party is
 local, the product of a share with such a value costs one cross term, and that of two shares costs two.
 
-Functions that SPU composes of bitwise protocols, products and truncations: which part waits for which.
-
-What SPU 0.9.5 prints with `enable_action_trace` under the settings of the table. Bytes, messages and seconds of the
+Some functions SPU composes of bitwise protocols, products and truncations; which part waits for which is what
+SPU 0.9.5 prints with `enable_action_trace` under the settings of the table. Bytes, messages and seconds of the
 bitwise parts of a function are measured together (`CostTable.kernels`); products and truncations are billed as always.
 """
 

@@ -1,4 +1,4 @@
-"""What a second, and a round trip, is worth in bytes, and what products take of them, where there are several forms.
+"""Prices in bytes of a second, of a round trip, and of products, to choose between several forms of a product.
 
 Matrix products may be cut in strips or pieces or joined, and rows scaled by matrices or element by element: each form
 trades bytes for seconds, and for round trips, since products follow each other. Seconds are those of the shipped table

@@ -1,19 +1,17 @@
-"""Rows of a table of the server, looked up by tokens of the client in one message (see `lookup_table`).
+"""Encrypted lookup: the client looks up rows of a table of the server's without revealing its tokens, in one message.
 
-The table is encrypted once, when the program is written, and serves every run. What comes out is a row with twice the
-fraction bits, as a product with a one-hot row has them before it is truncated; the noise of the encryption is below one
-unit of what truncation leaves.
-
-A table of the server's under its own encryption, in which the client looks rows up without telling which.
-
-The server encrypts the table once, several rows in a polynomial, and gives clients the parts b with the seed of the
-parts a. For a token the client takes the row's numbers of b, turns a so that the row stands in front, adds an
-encryption of 0 of its own, and a mask z, uniform modulo 2^64:
+The server encrypts the table once, when the program is written (`program/lookup_tables.py`), under its own key, several
+rows in a polynomial; that serves every run. It gives clients the parts b with the seed of the parts a. For a token the
+client takes the row's numbers of b, turns a so that the row stands in front, adds an encryption of 0 of its own, and a
+mask z, uniform modulo 2^64:
 
     a' = a·X^-at + a_0·u + e    and    b' = b[row] + b_0·u + z,
 
 of which it sends all of a' and as many coefficients of b' as a row has. The server decrypts b' + a'·s, which is
 row + noise + z, and the client keeps -z: they share the row. The noise is e_row + e_0·u + e·s, at most `largest_noise`.
+
+The result is a row with twice the fraction bits, as a product with a one-hot row has them before it is truncated; the
+noise is below one unit of what truncation leaves.
 
 b' is uniform, whatever the row is, because z is. What is left, a' less a known polynomial, is a sample of ring learning
 with errors, of the secret u: a_0 is hashed from the seed, so not even a server that chooses its key can weaken it.

@@ -1,9 +1,8 @@
-"""What a kernel is: work of each party on the words of its shares, by itself or in an exchange with the other.
+"""Kernels and their calls in JAX functions: work of each party on the words of its shares, alone or in an exchange.
 
-Calls of kernels in JAX functions.
-
-An operator calls a kernel like any function. In plain JAX a call computes what the parties' results come to; SPU cannot
-run it, so a function is cut in pieces at its calls before it is compiled (`runtime.lowering.split_at_kernels`).
+An operator calls a kernel like any function. In plain JAX a call computes the value that the parties' results share;
+SPU cannot run it, so a function is cut in pieces at its calls before it is compiled
+(`runtime.lowering.split_at_kernels`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""exp(s) as one product of two numbers, each of which one party computes from its own share.
+"""Kernels without a message: factors of an exponential, terms of sums of squares, fixed-point numbers as whole ones.
 
-Let k be a number of bits and g = 2^k - 1. g is odd and has the order 2^(64 - k) modulo 2^64, which is the modulus that
-is left for the integer part of a ring element with k fraction bits. The parties hold y = s/ln g + c in shares y_0 + y_1
+A result is a party's own share or a function of it, so it reveals nothing.
+
+`ExponentialFactors`: exp(s) as one product of two numbers, each of which one party computes from its own share. Let k
+be a number of bits and g = 2^k - 1. g is odd and has the order 2^(64 - k) modulo 2^64, which is the modulus that is
+left for the integer part of a ring element with k fraction bits. The parties hold y = s/ln g + c in shares y_0 + y_1
 modulo 2^64. Party i cuts its own into an integer n_i and a fraction f_i of 1, and computes
 
     a_i = g^(n_i) · round(g^(f_i) · 2^m)  modulo 2^64.
@@ -10,24 +13,21 @@ Then a_0 · a_1 = g^y · 2^(2m) modulo 2^64 up to the two roundings: what the su
 multiple of the order of g, and what the fractions carry into the integer part, one of them has as a factor g. As long
 as 1 ≤ y, no power of g is negative, and as long as y ≤ c = (60 - 2m)/k the product stays below 2^60: it is e^s · 2^60,
 without a comparison and without a chance of failure. s may lie in [-(c - 1) ln g, 0]; elsewhere the result is any
-number. A party's factor is a function of its own share alone, so it tells nothing.
+number.
 
-Sums of squares: what each party computes alone, and the one product that is left.
-
-The parties hold rows X in shares X_0 + X_1 modulo 2^64. For each row x
+`SquareTerms`: what each party computes alone of a sum of squares, and the one product that is left. The parties hold
+rows X in shares X_0 + X_1 modulo 2^64. For each row x
 
     Σ x² = Σ x_0² + Σ x_1² + 2·Σ x_0·x_1  modulo 2^64,
 
 and each party knows one of the first two sums. The last is a product of what one party knows with what the other knows:
 the diagonal of X_0·X_1ᵀ for all rows at once. With f fraction bits in x all terms have 2f, so that nothing is rounded
-before they are added. A result is a party's own share or a function of it, so it tells nothing.
+before they are added.
 
-Fixed-point numbers as whole ones: the same words, so that their products are not truncated one by one.
-
+`WholeNumbers`: fixed-point numbers as whole ones, the same words, so that their products are not truncated one by one.
 SPU truncates a product of two fixed-point numbers at once, in an exchange of its own: a batch of matrix products so
 many times, one after the other. A whole number times a fixed-point number it leaves alone. So one factor is called
-whole, and what comes out, with twice the fraction bits, is truncated once for the whole batch. Each party hands on its
-own share.
+whole, and the result, with twice the fraction bits, is truncated once for the whole batch.
 """
 
 from __future__ import annotations

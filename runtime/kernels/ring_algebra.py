@@ -1,17 +1,17 @@
-"""Encryption by ring learning with errors: polynomials of words, modulo X^N + 1 and 2^64.
+"""Arithmetic modulo 2^64: encryption by ring learning with errors, and exact matrix products.
 
-The secret s is ternary. A ciphertext of a polynomial m is a pair (a, b) with b = m + e - a·s: a is uniform, and e is a
-binomial error. b + a·s = m + e. The parts a are hashed from a seed, so that only b is kept. From the public key, a pair
-(a', b') of 0, anybody makes other ciphertexts of 0 by a ternary u and an error e': (a'·u + e', b'·u).
+Polynomials of words are taken modulo X^N + 1 and 2^64. The secret s is ternary. A ciphertext of a polynomial m is a
+pair (a, b) with b = m + e - a·s: a is uniform, and e is a binomial error. b + a·s = m + e. The parts a are hashed from
+a seed, so that only b is kept. From the public key, a pair (a', b') of 0, anybody makes other ciphertexts of 0 by a
+ternary u and an error e': (a'·u + e', b'·u).
 
 Modulo 2^64 the standard for homomorphic encryption (https://homomorphicencryption.org/standard) asks for N of 4,096 at
 192 bits of security, with such secrets: there q may have 75 bits, at 128 bits of security 109.
 
-Matrix products modulo 2^64, exact, as fast as float64 products of the machine's BLAS.
-
-NumPy multiplies matrices of integers one element after the other. Here both are cut in limbs of so few bits that every
-sum of products of two limbs stays below 2^53, where float64 adds without rounding; limbs whose product lies above 2^64
-altogether are left out. A factor of few bits, such as a weight, is one limb.
+Matrix products are as fast as float64 products of the machine's BLAS; NumPy multiplies matrices of integers one element
+after the other. Here both are cut in limbs of so few bits that every sum of products of two limbs stays below 2^53,
+where float64 adds without rounding; limbs whose product lies above 2^64 altogether are left out. A factor of few bits,
+such as a weight, is one limb.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
-"""A product with a matrix of the server, of which all secret work was done before the tokens were known.
+"""Products of secrets whose secret work was all done before the tokens were known: matrices and elements.
 
-Before, the client draws R uniformly modulo 2^64, in the shape of X, and both parties compute shares P_0 + P_1 = R·W of
-integers modulo 2^64 (`aero_compile.runtime.offline`). Now they hold X in shares X_0 + X_1. The client sends X_1 - R, 8
-bytes a value, and the server adds its own: it has X - R. Then
+The preparations are those of `aero_compile.runtime.offline`, of integers modulo 2^64; all results are exact modulo
+2^64, the numbers that SPU's own product has before it truncates them.
+
+`PreparedProduct`, with a matrix W of the server's. Before, the client draws R uniformly modulo 2^64, in the shape of X,
+and both parties compute shares P_0 + P_1 = R·W. Now they hold X in shares X_0 + X_1. The client sends X_1 - R, 8 bytes
+a value, and the server adds its own: it has X - R. Then
 
     (X - R)·W + P_0    at the server    and    P_1    at the client
 
-are shares of X·W, exact modulo 2^64: the numbers that SPU's own product has before it truncates them. R is uniform and
-used once, so X - R is uniform whatever X is, and the server learns nothing; the client receives nothing.
+are shares of X·W. R is uniform and used once, so X - R is uniform whatever X is, and the server learns nothing; the
+client receives nothing.
 
-Products of elements of two secrets, of which all secret work was done before the tokens were known.
-
-As in `triple_product`, with C = A∘B: each sends its shares of E = X - A and F = Y - B, and has its share of X∘Y from C,
-E∘B, A∘F and E∘F. One number of Y stands for a row of X. Where one party knows all of X and the other all of Y, as the
-factors of an exponential, each draws the words of its own alone and sends those alone: 16 bytes for a product.
-
-A product of two secret matrices, of which all secret work was done before the tokens were known: a matrix triple.
-
-Before, the parties draw shares of A and B uniformly modulo 2^64, in the shapes of X and Y, and compute shares of
-C = A·B of integers modulo 2^64 (`aero_compile.runtime.offline`). Now each sends its shares of X - A and Y - B, 8 bytes
-a value, and both know E = X - A and F = Y - B. Then, with party i's shares A_i, B_i, C_i,
+`TripleProduct`, of two secret matrices. Before, the parties draw shares of A and B uniformly modulo 2^64, in the shapes
+of X and Y, and compute shares of C = A·B: a matrix triple. Now each sends its shares of X - A and Y - B, 8 bytes a
+value, and both know E = X - A and F = Y - B. Then, with party i's shares A_i, B_i, C_i,
 
     C_0 + E·(B_0 + F) + A_0·F    at the server    and    C_1 + E·B_1 + A_1·F    at the client
 
-are shares of X·Y, exact modulo 2^64. A and B are uniform and used once, so E and F are uniform whatever X and Y are.
+are shares of X·Y. A and B are uniform and used once, so E and F are uniform whatever X and Y are.
+
+`TripleElements`, of elements of two secrets, is the same with C = A∘B: each sends its shares of E = X - A and
+F = Y - B, and has its share of X∘Y from C, E∘B, A∘F and E∘F. One number of Y stands for a row of X. Where one party
+knows all of X and the other all of Y, as the factors of an exponential, each draws the words of its own alone and sends
+those alone: 16 bytes for a product.
 """
 
 from __future__ import annotations

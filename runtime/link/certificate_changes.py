@@ -1,4 +1,4 @@
-"""Certificates after they were made: renewed before they expire, revoked when a key was lost or a client has left."""
+"""Changes of certificates: renewed before they expire, revoked when a key was lost or a client has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates for mutually authenticated links: an authority of one's own, and what it signs for server and clients.
+"""Certificates for mutually authenticated links: your own authority, and what it signs for server and clients.
 
 ECDSA on P-256 with SHA-256, profiles as in RFC 5280. A party dials and is dialled, so what it shows serves both
 sides of a connection. A client's certificate never names the server's host: a client could stand in for the server.

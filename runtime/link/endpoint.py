@@ -1,4 +1,4 @@
-"""The two ends of a connection: who dials checks the server's name, who is called knows the caller before it reads.
+"""The two ends of a connection: the caller checks the server's name, and the server knows a caller before it reads.
 
 TLS is 1.3 with certificates of one authority on both ends. A caller is called by the first name of its certificate.
 """

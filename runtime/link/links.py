@@ -1,4 +1,4 @@
-"""SPU's connections of a session: from the Unix sockets of a side's party into connections to the other side, and back.
+"""SPU's connections of a session, forwarded between the Unix sockets of a party and connections to the other side.
 
 SPU listens at `in` and dials `out`, in a folder that only this user may enter; at `out` nobody but the party's own
 process is let in.

@@ -1,4 +1,4 @@
-"""TLS as both ends speak it: 1.3 alone, a certificate of one authority at either end, none that was revoked.
+"""TLS of both ends: 1.3 alone, a certificate of one authority at either end, none that was revoked.
 
 It needs the standard library alone, since the process of `tunnel` loads nothing else.
 """

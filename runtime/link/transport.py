@@ -1,4 +1,4 @@
-"""The connection between the parties: addresses, timeouts, bytes, and noticing that the peer is gone."""
+"""The connection between the parties: addresses, timeouts, bytes, and the detection of a lost peer."""
 
 from __future__ import annotations
 

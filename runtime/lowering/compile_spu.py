@@ -1,9 +1,8 @@
-"""JAX → StableHLO → PPHLO: compile the live steps of a model for SecretFlow SPU.
+"""Compilation of a model's live steps for SecretFlow SPU: JAX → StableHLO → PPHLO.
 
-A short computation that makes both parties do their one-time set-up: keys, oblivious transfers, cached triples.
-
-SPU sets each of these up when an operation first needs it. Running one of each kind before a forward is measured
-gives the bytes of a second forward at the price of one.
+A short computation, compiled as well, makes both parties do their one-time set-up: keys, oblivious transfers, cached
+triples. SPU sets each of these up when an operation first needs it. Running one of each kind before a forward is
+measured gives the bytes of a second forward at the price of one.
 """
 
 from __future__ import annotations

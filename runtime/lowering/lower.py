@@ -1,4 +1,4 @@
-"""Lower the live part of a logits graph to JAX functions, one for each operator of the model.
+"""Lowering of the live part of a logits graph to JAX functions, one for each operator of the model.
 
 Each step computes one operator (with the views in front of it). The steps run one after the other on
 secret shares, so bytes, messages and seconds are known for every operator of every layer, and steps that

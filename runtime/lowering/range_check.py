@@ -1,4 +1,4 @@
-"""Measure what values reach, and refuse those that do not fit: fixed-point products wrap silently beyond their range.
+"""Range check: largest magnitudes of values, refused where fixed-point products would wrap silently.
 
 In a k-bit ring with f fraction bits a product holds 2f fraction bits before it is truncated, so what is
 multiplied, and every sum of products, must stay below about 2^(k - 2f - 3) (2^25 for k = 64, f = 18).

@@ -1,4 +1,4 @@
-"""The live part of a model as a chain of JAX functions: what `to_jax` builds and `spu_compile` reads."""
+"""The live part of a model as a chain of JAX functions: what `lower` builds and `compile_spu` reads."""
 
 from __future__ import annotations
 

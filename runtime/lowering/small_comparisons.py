@@ -1,6 +1,6 @@
-"""Which operators compare in the 32-bit ring: those whose values are shown to fit, by a wide margin.
+"""Operators that compare in the 32-bit ring: those whose values are shown to fit, by a wide margin.
 
-There a number that does not fit has the sign of another one, and nothing tells. So an operator compares in the small
+There a number that does not fit has the sign of another one, and nothing shows it. So an operator compares in the small
 ring only if its *reach*, the largest magnitude of what it compares (for a softmax the spread of a row's scores), is
 
 - bounded for all tokens by the weights and by private checks, which end a run that leaves their limits; or

@@ -1,4 +1,4 @@
-"""A step that calls kernels, cut into the pieces before, between and behind its calls.
+"""Pieces of a step that calls kernels: before, between and after its calls.
 
 Each piece becomes an executable. Every operation is in the last piece in which it can be, so that little is kept from
 one piece to the next.

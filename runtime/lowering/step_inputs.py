@@ -1,8 +1,7 @@
-"""Literals and tensors on their way into a program.
+"""Inputs of a program's steps: literals, results of other steps, the server's weights, arrays that both parties hold.
 
-What the steps of a program read: values of other steps, weights of the server, arrays that both parties hold.
-
-Write down what the client computes in the clear: the part of a graph that follows from tokens and given weights.
+The client computes a part of the graph in the clear, the one that follows from tokens and given weights; it is written
+down here as well.
 """
 
 from __future__ import annotations

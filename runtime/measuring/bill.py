@@ -1,6 +1,6 @@
-"""What a private forward cost: bytes, messages and seconds, by operator, from SPU's own counters.
+"""The bill of a private forward: bytes, messages and seconds, by operator, from SPU's own counters.
 
-The seconds of a private forward in three parts: computing, sending bytes, and waiting for what is under way.
+Its seconds have three parts: computing, sending bytes, and waiting for what is under way.
 """
 
 from __future__ import annotations

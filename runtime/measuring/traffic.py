@@ -1,11 +1,10 @@
-"""Measuring under a network: the processes of this machine talk through one that limits and delays them.
+"""Traffic on an emulated network between processes of this machine: seconds of a run in three parts, and its rounds.
 
-What was on the emulated network when: the seconds of a run in three parts, and its rounds.
-
-At each moment bytes leave in at least one direction (*sending*), or none leaves but some are under way (*waiting*), or
-nothing is on the network at all (*computing*). Rounds are half the longest chain of transmissions, acknowledgements
-included, each of which left only after the one before it had arrived: no run can take less time than they do. What
-would have left no sooner in any case is in the chain, too, so that slow computing may lengthen it.
+The processes talk through another one that limits and delays them (`Relay`). At each moment bytes leave in at least one
+direction (*sending*), or none leaves but some are under way (*waiting*), or nothing is on the network at all
+(*computing*). Rounds are half the longest chain of transmissions, acknowledgements included, each of which left only
+after the one before it had arrived: no run can take less time than they do. What would have left no sooner in any case
+is in the chain, too, so that slow computing may lengthen it.
 """
 
 from __future__ import annotations

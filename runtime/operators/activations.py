@@ -1,4 +1,4 @@
-"""Functions that fixed-point 2PC cannot compute exactly, and how far off each one is.
+"""Activations and other functions that fixed-point 2PC cannot compute exactly, with their errors.
 
 Every activation follows its limits at both ends; what is left of them is an f that vanishes at infinity:
 
@@ -7,10 +7,10 @@ Every activation follows its limits at both ends; what is left of them is an f t
     sigmoid(x), tanh(x) = 1 − f(|x|) for x > 0, low + f(|x|) for x < 0
     elu(x) = x for x > 0, f(|x|) − 1 for x < 0
 
-On [0, limit] f is a chain of squares (`squares.py`), fitted by `benchmarks/fit_squares.py`; beyond, 0. Two f are two
-sums of one chain. Cost per element: two comparisons (the sign, and |x| against the limit), two or three selections, the
-squares, and a truncation for each weighted sum. An activation is a row of `_FUNCTIONS` and the weights of its chains;
-SELU, CELU, logsigmoid and others with parameters are made of these in `operators/pointwise.py`.
+On [0, limit] f is a chain of squares (`arithmetic/squares.py`), fitted by `benchmarks/fit_squares.py`; beyond, 0. Two f
+are two sums of one chain. Cost per element: two comparisons (the sign, and |x| against the limit), two or three
+selections, the squares, and a truncation for each weighted sum. An activation is a row of `_FUNCTIONS` and the weights
+of its chains; SELU, CELU, logsigmoid and others with parameters are made of these in `operators/pointwise.py`.
 
 `approximations()` reports the error of every function.
 """

@@ -1,8 +1,8 @@
-"""What a live value can reach for any tokens: bounds, followed through the graph with the real weights.
+"""Bounds of a live value for any tokens, followed through the graph with the real weights.
 
-A norm gives rows of length √d whatever comes in, a linear map stretches a row by no more than its weights allow, a
-softmax averages. So most products of a transformer are bounded for every input; where they are not, `guards` puts a
-check.
+A norm gives rows of length √d for any input, a linear map stretches a row by no more than its weights allow, a softmax
+averages. So most products of a transformer are bounded for every input; where they are not, `lowering/guard_plan.py`
+puts a check.
 """
 
 from __future__ import annotations

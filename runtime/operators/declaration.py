@@ -1,13 +1,12 @@
-"""The table of live operators that the runtime can execute: ATen name -> JAX function.
+"""The table of live operators that the runtime can execute (ATen name → JAX function), and watched values inside them.
 
 A function takes the arguments of the ATen schema by name (`self` is called `x`), with live tensors as
 JAX arrays, server tensors as JAX arrays (inputs of the program) and public tensors as NumPy arrays.
 `exact=True` selects the textbook function instead of the fixed-point form where the two differ; the
 structure of the computation is the same. The functions are in `products`, `pointwise` and `views`.
 
-Values inside an operator that a private check must look at: reported where they arise, compared with their limits.
-
-An operator reports by `watch`; only within `watching`, and only what is asked for, anything is computed.
+Values inside an operator that a private check must look at are reported where they arise and compared with their
+limits. An operator reports by `watch`; only within `watching`, and only what is asked for, anything is computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On which values every live operator holds: one row an operator, from which all range checks are made.
+"""Valid ranges of every live operator: one row an operator, from which all range checks are made.
 
 Every result must stay within what may be multiplied (`Format.limit`): that is checked of all operators alike, and a
 row of `anywhere` says that it is enough. Other rows name what else an operator computes inside, and within which

@@ -1,4 +1,4 @@
-"""What is known of a program's values before it runs: shapes, weights, and tables that live values are rows of."""
+"""Knowledge of a program's values before it runs: shapes, weights, and tables that live values are rows of."""
 
 from __future__ import annotations
 

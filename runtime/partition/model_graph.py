@@ -1,8 +1,7 @@
-"""Weights for models on the meta device, whose costs are asked for before there are any.
+"""A model as the runtime reads it: its graph, the tokens that it takes, and its values in the clear.
 
-Run a logits graph in the clear, in this process, where numbers are asked for: ranges, variances, expected logits.
-
-What the runtime asks of a model: its graph, the tokens that it takes, and its values in the clear.
+A logits graph runs in the clear, in this process, where numbers are asked for: ranges, variances, expected logits.
+Models on the meta device, whose costs are asked for before there are any weights, are given some.
 """
 
 from __future__ import annotations

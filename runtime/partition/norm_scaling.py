@@ -1,4 +1,4 @@
-"""By which power of two the rows of each norm are multiplied before they are squared.
+"""Scaling of the rows of each norm by a power of two before they are squared.
 
 A norm needs the root of a variance, and 18 fraction bits hold a variance of 10^-4 to a few per cent. Rows times 2^k
 have 4^k times their variance and the same norm, if eps grows as well. k follows from the variances of typical text, or

@@ -1,4 +1,4 @@
-"""Split a logits graph at one shape by who may know its values (see `aero_compile.ir.ownership`).
+"""Partition of a logits graph at one shape by who may know its values (see `aero_compile.ir.ownership`).
 
 Only live nodes are lowered to the private computation. Of what depends on the tokens nothing is known but shapes and
 types; everything else is evaluated here, once, in PyTorch. Public values become constants of the program, published

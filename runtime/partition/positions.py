@@ -1,6 +1,6 @@
-"""What follows from the position of a step that any position takes: known to a party, but another value at each.
+"""Values that follow from the position of a step that any position takes: known to a party, but different at each.
 
-A program is compiled once for all positions, so such a value is no constant of it: it is an input, of which a party
+A program is compiled once for all positions, so such a value is not a constant of it: it is an input, of which a party
 holds the values of all positions, and gives the one of the position at hand.
 """
 

@@ -1,10 +1,11 @@
-"""The arrays of a generation: of all its programs together, each once, since they share names and values.
+"""The programs of a generation, which both parties hold, and their arrays, each stored once.
 
-The programs of a generation, which both parties hold: a prompt at once, and one position after another.
+There are programs for a prompt at once, and for one position after another. All take and leave the same cached values,
+so they run on the shares that the others left. Which of them runs, and at which position, both parties know: lengths of
+texts are public. There may be programs for several rooms: a text begins in the smallest one, and continues in the next
+when that is full.
 
-All take and leave the same cached values, so they run on the shares that the others left. Which of them runs, and at
-which position, both parties know: lengths of texts are public. There may be programs for several rooms: a text begins
-in the smallest one, and goes on in the next when that is full.
+The programs share names and values of arrays, so an array of several is kept once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the client computes in the clear before the two parties start: from its tokens and weights that it is given.
+"""The client's prefix: what it computes in the clear, from its tokens and given weights, before the parties start.
 
 It is part of the program: listed operations, in order, with arguments that are names or plain data. The client computes
-it by itself in float32, and what comes out is its own input, like the tokens; nothing of it is sent.
+it by itself in float32, and the result is its own input, like the tokens; nothing of it is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the clients' file of encrypted tables and weights holds, and its size: all that a program tells of it."""
+"""Contents and size of the clients' file of encrypted tables and weights, as far as a program tells them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 They serve every run of the programs and weights that they were made for. The clients' file begins with `MAGIC`; then
 follow, for each table by name, the words of its rows [V, w], of the seed and of the public key's part b, and for each
-matrix by name its digits, its seed and the parts b of its public keys, all of which the program's shapes say the sizes
-of. Its SHA-256 is in the server's file, and the parties compare it before they start.
+matrix by name its digits, its seed and the parts b of its public keys. All sizes follow from the program's shapes. Its
+SHA-256 is in the server's file, and the parties compare it before they start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Running a kernel on the words of shares, as one party or in a rehearsal.
+"""Parts of a compiled program: inputs of each party, steps, opened results, and the runs of its kernels.
 
-What a compiled program is made of: who gives which tensors, what each step runs, and what is opened.
+A kernel runs on the words of shares, as one party or in a rehearsal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a party makes sure of before it runs a program that somebody else may have written.
+"""Checks of a program that somebody else may have written, made by a party before it runs it.
 
 The code of each step is read line by line. A line must be one of the few forms that our compiler emits, with listed
 operations on tensors; anything else is refused, never skipped. What is computed from a secret is secret, and so is

@@ -86,7 +86,7 @@ def test_serve_speaks_of_its_flags_and_compiles_nothing(
     more: list[str], message: str, artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("prometheus_client")
-    for name in ("runtime.generation.export.compile_generation", "runtime.inference.compile_model"):
+    for name in ("runtime.compile_programs.compile_generation", "runtime.inference.compile_model"):
         monkeypatch.setattr(f"aero_compile.{name}", _never)
     (address,) = free_addresses(1)
     assert main(["serve", str(artifact), "--listen", address, "--insecure-plain", *more]) == 2

@@ -1,6 +1,9 @@
-"""heads and layers: each head, or all of a layer, keep their softmax, attend by a fixed pattern or nearby, or go.
+"""heads, layers and temperatures: choices about attention, for each head and for each layer.
 
-temperatures: each layer's softmax temperatures, one for each head's positions: one for each head, or none.
+heads and layers: each head, or all of a layer, keep their softmax, attend by a fixed pattern or nearby, or go.
+
+temperatures: a layer keeps its softmax temperatures, one for each position of each head; or has one for each head, or
+none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a search decides about: sites, the decisions on them, and the contract of a kind of choice."""
+"""Sites of a search, the decisions on them, and the contract of a kind of choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to training blocks: load, hold out, tokenize, pack.
+"""Training blocks from text: loaded, held out, tokenized, packed.
 
 Held-out text is chosen by document before anything is cut into blocks, so no document is on both sides.
 Nothing here depends on a seed: the same text gives the same blocks, and runs with different seeds are

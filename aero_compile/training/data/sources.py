@@ -1,4 +1,4 @@
-"""Where text comes from: the Hub, local files, or the source of Python's standard library or of installed packages."""
+"""Sources of text: the Hub, local files, and the source of Python's standard library or of installed packages."""
 
 from __future__ import annotations
 

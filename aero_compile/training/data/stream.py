@@ -1,4 +1,4 @@
-"""Text that is read while it is trained on: blocks from a streamed dataset, shuffled in a buffer, resumed exactly.
+"""Streamed text: blocks of a dataset that is read during training, shuffled in a buffer, resumed exactly.
 
 The blocks follow from text, tokenizer, context, seed and size of the buffer alone, however many processes train. Every
 so often the reader notes where it is (`Snapshot`); a resumed run reads on from the last note before its step instead

@@ -1,6 +1,6 @@
-"""Tokens kept on disk: what was split, compared and tokenized once is not prepared again.
+"""Tokenizers, loaded or trained here as byte-level BPE, and tokens kept on disk.
 
-Tokenizers: loaded from the Hub or a folder, or trained here as byte-level BPE.
+A tokenizer is loaded from the Hub or a folder. What was split, compared and tokenized once is not prepared again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Flags of Trainer that a transformed model or this machine does not take, refused before anything is written.
+"""Hugging Face's TrainingArguments with fitting defaults, the flags that decide what is learned, and refused flags.
 
-What can be set: Hugging Face's TrainingArguments with fitting defaults, and which of them decide what is learned.
+Flags of Trainer that a transformed model or this machine does not take are refused before anything is written.
 """
 
 from __future__ import annotations

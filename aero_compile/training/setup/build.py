@@ -1,4 +1,4 @@
-"""The model with its recipe, the data, and the stages of a run."""
+"""Construction of a run from its plan: the model with its recipe, the data, and the stages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How far apart the weights of a model from scratch begin, `--init`.
+"""Initial spread of the weights of a model from scratch, `--init`.
 
-default     as far as the source's own code says
+default     the spread that the source's own code gives
 residual    what is added to the residual stream (output projections of attention and FFN) has 1/√(2L) of the spread of
             the FFN's in-projection, as in GPT-2, L the number of layers
 signal      every projection of n inputs has the spread 1/√n, so that a value of spread 1 stays one; the FFN's

@@ -1,4 +1,4 @@
-"""What `--model` and `--recipe` can mean, and how each model becomes an nn.Module."""
+"""Models and recipes that `--model` and `--recipe` can mean, and the construction of each model as an nn.Module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be set: the options of retraining that are ours."""
+"""Options of retraining that are our own, beside Hugging Face's TrainingArguments."""
 
 from __future__ import annotations
 

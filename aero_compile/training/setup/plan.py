@@ -1,4 +1,4 @@
-"""What a run is asked to do, checked before anything takes time."""
+"""The plan of a training run: its arguments, all checked before anything takes time."""
 
 from __future__ import annotations
 

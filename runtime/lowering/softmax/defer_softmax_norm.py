@@ -1,11 +1,11 @@
-"""Defer the normalization of a softmax until after its product with the values, where that is cheaper.
+"""Deferral of the normalization of a softmax until after its product with the values, where that is cheaper.
 
 Before → after (s scores [..., Q, K], v values [..., K, D]; the function is unchanged up to rounding):
     matmul(softmax(s), v) → matmul(e, v) · r        e = exp(s − max s), r = 1 / Σ e, one a row
 
-Normalizing costs a product for each allowed entry of s, or one of matrices for all its rows (`row_products`); deferring
-it costs the same for the Q rows of D results: less as soon as rows have more entries than D. A softmax that a reshape
-keeps from its mask is moved before it first (`hoist`).
+Normalizing costs a product for each allowed entry of s, or one of matrices for all its rows
+(`arithmetic/row_products.py`); deferring it costs the same for the Q rows of D results: less as soon as rows have more
+entries than D. A softmax that a reshape keeps from its mask is moved before it first (`public_mask.py`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Move a softmax in front of the reshape between it and its mask, so that the mask is found.
-
-Before → after (s scores [B, H, Q, K], m a public mask; the function is unchanged):
-    softmax(view(s + m, [B·H, Q, K])) → view(softmax(s + m), [B·H, Q, K])
-
-A mask that a reshape keeps from its softmax would have to be added to hidden scores, and its entries are huge.
-
-Find the public mask in front of a softmax, so that nothing masked or infinite enters the computation.
+"""The public mask in front of a softmax, also across a reshape, so that nothing masked or infinite is computed.
 
 Attention masks arrive as arithmetic on the scores: an added table of 0 and -inf, `masked_fill`,
 `where`, a product with 0/1 followed by -1e4, ALiBi slopes mixed in. All of it is affine in the scores
 with public coefficients, so the walk goes back from the softmax over such operations to the last value that
 is not, and *probes* the collected function f in PyTorch: f(s) = scale * s + bias wherever f(0) is a
 moderate number, and the entry is masked wherever f stays below every score that a model could mean.
+
+A mask that a reshape keeps from its softmax would have to be added to hidden scores, and its entries are huge. So the
+softmax is moved in front of the reshape first.
+
+Before → after (s scores [B, H, Q, K], m a public mask; the function is unchanged):
+    softmax(view(s + m, [B·H, Q, K])) → view(softmax(s + m), [B·H, Q, K])
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The largest entry of each row, by rounds in which groups of entries are compared with each other.
+"""Row maximum, by rounds in which groups of entries are compared with each other.
 
 Pairs take the fewest comparisons: one for each entry but the last. Each round waits for a comparison and a selection,
 7 to 10 round trips and one and a half, and 10 ms where nothing delays them. In a group of w all w(w - 1)/2 pairs are

@@ -1,4 +1,4 @@
-"""Compute only those blocks of Q·Kᵀ that a mask leaves any entry of.
+"""Attention scores Q·Kᵀ in blocks: only those of which a mask leaves any entry are computed.
 
 The scores are cut into strips of queries; each strip is multiplied with the keys that some query of it may look at.
 Cheetah sends matrices as ciphertexts of 8192 coefficients, so small strips waste them, where heads do not fill them

@@ -1,6 +1,6 @@
-"""Attention weights that are no softmax (`aero_compile.ir.custom_ops`), on the entries that a mask allows.
+"""Attention weights without a softmax (`aero_compile.ir.custom_ops`), on the entries that a mask allows.
 
-As for a softmax (`attention`), the allowed entries of all rows are gathered into one array, and zeros are put back
+As for a softmax (`softmax.py`), the allowed entries of all rows are gathered into one array, and zeros are put back
 around what is computed of them. All that is public goes into one product with a public number in front: with n keys in
 a row, yᵖ/n is the p-th power of y/n^(1/p), whose sum over the row is a mean, around one for any length. So 2Quad is one
 square an entry, no maximum and one reciprocal a row; ReLU one comparison an entry and nothing else.
