@@ -50,6 +50,21 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), target
 
 
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_to_headings_that_exist(path: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", prose):
+        page = path.parent / target if target else path
+        assert anchor in anchors(page), f"{target}#{anchor}"
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_files_that_are_named_exist(path: Path) -> None:
     """A name counts from the repository, a folder below, or another one on its line; `file.py:17` quotes a message."""

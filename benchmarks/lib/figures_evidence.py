@@ -180,6 +180,27 @@ def _over(values: Sequence[float], form: str) -> str:
     return f"{statistics.fmean(values):{form}}" + ("" if deviation is None else f" ± {deviation:{form.lstrip('+')}}")
 
 
+def frozen_norms() -> str:
+    """Perplexity of a trained model after its norms were frozen, by how, against the model as it was."""
+    content = raw("frozen_norms")
+    source = math.log(content["source"]["perplexity"])
+    groups: dict[tuple[str, int], list[float]] = {}
+    for row in content["rows"]:
+        key = (row["label"].removesuffix(", 6,000 steps"), row["steps"])
+        groups.setdefault(key, []).append(math.log(row["perplexity"]))
+    lines = []
+    for (label, steps), losses in groups.items():
+        found = paired([loss - source for loss in losses])
+        assert found is not None
+        change = percent(math.expm1(found.mean))
+        if found.half_width is not None:
+            ends = [percent(math.expm1(found.mean + sign * found.half_width)) for sign in (-1, 1)]
+            change += f" [{ends[0]}, {ends[1]}]"
+        perplexity = _over([math.exp(loss) for loss in losses], ".2f")
+        lines.append([label, f"{steps:,}", str(len(losses)), perplexity, change])
+    return table(["norms", "steps", "seeds", "perplexity", "against the source"], lines)
+
+
 _STAGED = {
     "asis": "as it is",
     "freeze": "norms frozen at once",

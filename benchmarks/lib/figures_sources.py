@@ -73,6 +73,7 @@ SOURCES: Mapping[str, Source] = {
     "evidence-static": Made(evidence.static_heads),
     "evidence-long": Made(evidence.long_runs),
     "evidence-staged": Made(evidence.staged_removal),
+    "evidence-frozen": Made(evidence.frozen_norms),
     "evidence-pareto": Made(evidence.pareto),
     "guesses": Made(generation.guesses),
     "rooms": Made(generation.rooms),

@@ -92,7 +92,7 @@ def test_files_without_runs_are_refused(content: str, message: str, tmp_path: Pa
         recorded_runs(results(tmp_path, row("a")), tmp_path, only=["b"])
 
 
-@pytest.mark.parametrize("name", ["long_runs", "staged_removal", "static_heads"])
+@pytest.mark.parametrize("name", ["frozen_norms", "long_runs", "staged_removal", "static_heads"])
 def test_every_recorded_command_is_one_of_this_version(name: str, tmp_path: Path) -> None:
     path = rerun.RESULTS / f"{name}.json"
     runs = recorded_runs(path, tmp_path, model=tmp_path)
