@@ -1,1 +1,4 @@
-"""The model as a graph: edits, passes, weights, artifacts."""
+"""The model as a graph: its values, edits, weights and checks.
+
+Used by captures, passes, training and the runtime; start at `graph_model.py`.
+"""

@@ -1,4 +1,4 @@
-"""ONNX's operators that move, select or sum elements, as ATen ops; ops.py and ops.py have those that
+"""ONNX's operators that move, select or sum elements, as ATen ops; ops.py has those that
 compute with them."""
 
 from __future__ import annotations
