@@ -1,5 +1,4 @@
-"""ONNX's operators that move, select or sum elements, as ATen ops; ops.py has those that
-compute with them."""
+"""ONNX's operators that move, select or sum elements, as ATen ops; ops.py has those that compute with them."""
 
 from __future__ import annotations
 

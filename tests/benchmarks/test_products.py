@@ -34,4 +34,5 @@ def test_both_ways_are_measured(tmp_path: Path) -> None:
     assert rows["batch"]["rows"] == 4096
     for row in rows.values():
         assert row["matrix"] == "24x40"
-        assert min(row["bytes"], row["seconds"], row["memory"]) > 0
+        assert min(row["bytes"], row["seconds"]) > 0
+        assert row["memory"] >= 0  # growth over what the process had held before
