@@ -50,7 +50,7 @@ class Distillation:
 
     @property
     def taps(self) -> Taps:
-        """What a model must return beside its logits to be compared."""
+        """Taps whose values are compared, by the name of their term."""
         taps: dict[str, Callable[[TransformedModel], list[Tap]]] = {}
         if self.hidden:
             taps["hidden"] = _block_taps

@@ -55,7 +55,7 @@ def said(seeds: int, text: str) -> Callable[[], tuple[int, str]]:
 
 
 def not_finite(scale: str) -> Callable[[], tuple[int, str]]:
-    """How many runs and trials became NaN."""
+    """Number of seeds, and the count of runs and trials that became NaN, with their architectures."""
 
     def made() -> tuple[int, str]:
         content = raw("study" if scale == SMALL else "study_deep")
