@@ -1,4 +1,4 @@
-"""How far the deviations that norms divide by differ between tokens, and a penalty on it.
+"""Spread over tokens of the deviations that norms divide by, and a penalty on it.
 
 A norm divides by each token's own deviation σ; `freeze-layer-norm` puts one average in its place, which costs nothing
 where all tokens have the same σ. So before norms are frozen, training may draw the σ of those that remain together
